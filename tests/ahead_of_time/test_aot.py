@@ -75,11 +75,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     from triton.compiler import compiler
 
-    def compile(*_: Any, **__: Any) -> None:
-        raise AssertionError("Triton's compiler was called")
-
     for module in (triton, triton.compiler, compiler):
-        monkeypatch.setattr(module, "compile", compile)
+        monkeypatch.setattr(module, "compile", Mock(side_effect=AssertionError("Triton's compiler was called")))
 
 
 def take(key: CompileKey) -> Driver:
@@ -273,9 +270,7 @@ def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: 
 
 def test_the_source_is_that_of_the_kernel_and_of_what_it_calls(fresh_table: None, tmp_path: Path) -> None:
     digests = []
-    changes: list[tuple[str, str]] = [("mine", "")]
-    changes += [("again", ""), ("other", "rms_fwd_fp32.py"), ("shared", "primitives.py")]
-    for name, changed in changes:
+    for name, changed in (("mine", ""), ("again", ""), ("other", "rms_fwd_fp32.py"), ("shared", "primitives.py")):
         folder = write(tmp_path / name, [instance(RMS, 64)])
         if changed:
             (folder / changed).write_text((folder / changed).read_text() + "# Another line.\n")
@@ -417,14 +412,10 @@ def test_warmup_builds_what_is_in_c_though_frozen_by_one_job_at_least(monkeypatc
 
 def test_a_kernel_that_is_refused_is_named_and_the_rest_left() -> None:
     found = compile_keys([64, 128, 256, 512], ["ln_fwd_bf16"], arch="sm_90")
-    begun: list[CompileKey] = []
-
-    def work(key: CompileKey) -> None:
-        begun.append(key)
-        raise RuntimeError("out of resource: shared memory\nand more")
-
+    work = Mock(side_effect=RuntimeError("out of resource: shared memory\nand more"))
     with pytest.raises(CompileError) as raised:
         warmup.for_each(found, work, named_target("gfx942"), doing="compile", jobs=1, progress=False)
+    begun = [call.args[0] for call in work.call_args_list]
     told = [f"Triton refuses {key}: RuntimeError: out of resource: shared memory; leave" for key in begun]
     assert any(each in str(raised.value) for each in told)
     assert isinstance(raised.value.__cause__, RuntimeError)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch
 from benchmarks import cli, parts, profile, run, startup
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
 from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
-from benchmarks.inputs import Inputs
 from benchmarks.parts import NOTHING, WHOLE, Part, measure, nothing, summarised
 from benchmarks.profile import kernel_rows
 from benchmarks.report import tables_of
@@ -28,15 +28,11 @@ from ..thorough import THOROUGH
 from .small import CELLS, HEADER, SUITE, fails, loaded, plan, provider, results, torch_norm
 
 
-def _memory(inputs: Inputs) -> torch.Tensor:
-    raise torch.OutOfMemoryError("tried to allocate 1000 GiB")
-
-
 @THOROUGH
 def test_failures_are_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
     providers = (
         provider("broken", fails),
-        provider("greedy", _memory),
+        provider("greedy", Mock(side_effect=torch.OutOfMemoryError("tried to allocate 1000 GiB"))),
         provider("wrong", lambda inputs: torch_norm(inputs) + 1),
         provider("right", torch_norm),
     )

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -68,15 +66,9 @@ class Shell:
 
     def run(self, text: str) -> str:
         """Run a piece of shell, check each call that was only written down, and return what was printed."""
-        done = subprocess.run(
-            ["bash", "-eu", "-c", text],
-            cwd=self.folder,
-            env=os.environ | {"PATH": f"{self.bin}:/usr/bin:/bin", "NORMFORGE_CACHE": str(self.folder / ".cache")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        # Errors stand among what is printed.
+        argv, path = ("bash", "-eu", "-c", f"exec 2>&1\n{text}"), f"{self.bin}:/usr/bin:/bin"
+        done = command(*argv, cwd=self.folder, PATH=path, NORMFORGE_CACHE=str(self.folder / ".cache"))
         assert done.returncode == 0, f"{text}\n{done.stdout}"
         for name in sorted(self.calls.iterdir()):
             check(json.loads(name.read_text()))

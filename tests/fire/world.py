@@ -119,11 +119,8 @@ def cut(draw: st.DrawFn, text: Any, inserted: st.SearchStrategy[Any]) -> Any:
     at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
     to = min(to, at + 40)
     other = draw(inserted)
-    return draw(
-        st.sampled_from(
-            (text[:at], text[:at] + text[to:], text[:to] + text[at:], text[:at] + other + text[at:], text[:0])
-        )
-    )
+    ways = (text[:at], text[:at] + text[to:], text[:to] + text[at:], text[:at] + other + text[at:], text[:0])
+    return draw(st.sampled_from(ways))
 
 
 # A slice by default, of the run's seed (`tests.properties.seed`): the same each time, so that a fresh clone does not

@@ -78,13 +78,9 @@ def test_a_provider_is_one_operator_where_vllm_lowers_a_graph(ops: Any) -> None:
 
 def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_vllm(ops: Any, leaves: Leaves) -> None:
     op, x = ops.fused_add_rms_norm, rows()
+    native, given = op.impls["native"].impl_fn, (x, x, None, EPS)
     with op.set_priority(["normforge", "native"]):
-        leaves(
-            serving,
-            "rmsnorm2d_fwd",
-            lambda: (op(x, x, None, EPS), op.impls["native"].impl_fn(x, x, None, EPS)),
-            "calls to vLLM's own norms",
-        )
+        leaves(serving, "rmsnorm2d_fwd", lambda: (op(*given), native(*given)), "calls to vLLM's own norms")
 
 
 def test_vllm_starts_with_operators_of_another_release(

@@ -253,12 +253,8 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
 
 def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: engines.Leaves) -> None:
     norm, x, layer = layers.RMSNorm(N), rows(), linear("kFp8DynamicTokenSym")
-    leaves(
-        plug,
-        "quantised_rms_norm",
-        lambda: (plug.maybe_fused_norm_quant(norm, x, layer), norm(x)),
-        "a norm and its quantisation to vLLM",
-    )
+    call = partial(plug.maybe_fused_norm_quant, norm, x, layer)
+    leaves(plug, "quantised_rms_norm", lambda: (call(), norm(x)), "a norm and its quantisation to vLLM")
 
 
 # TorchDynamo keeps the modules that it saw imported: in a process with stand-ins it has no use for others.

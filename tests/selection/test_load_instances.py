@@ -38,10 +38,7 @@ def names() -> list[str]:
 
 def test_the_folder_is_what_runs(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
-    module = folder / "ln_fwd_fp32.py"
-    module.write_text(
-        module.read_text().replace("store_chunk(y_ptr, cols, y, mask)", "store_chunk(y_ptr, cols, y + 1, mask)")
-    )
+    spoil(folder, "ln_fwd_fp32.py", "store_chunk(y_ptr, cols, y, mask)", "store_chunk(y_ptr, cols, y + 1, mask)")
     x = torch.randn(3, 64)
     committed = normforge.layernorm2d_fwd(x).y
     normforge.load_instances(folder)

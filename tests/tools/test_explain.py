@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen import cli as generator
+
+from ..folders import PLAIN, instance, write
 
 
 def test_a_committed_kernel_is_the_one_that_which_names() -> None:
@@ -46,9 +47,7 @@ def test_a_kernel_that_was_generated_says_so(empty_cache: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_table")
 def test_a_kernel_of_another_folder_says_so(tmp_path: Path) -> None:
-    manifest, folder = tmp_path / "mine.yaml", tmp_path / "mine"
-    manifest.write_text("groups:\n  mine:\n    norm: layer\n    dtype_in: fp32\n    n: [n1024]\n")
-    assert generator.main(["--manifest", str(manifest), "--out", str(folder)]) == 0
+    folder = write(tmp_path / "mine", [instance(PLAIN, 1024)])
     normforge.load_instances(folder)
     (use,) = normforge.explain(normforge.layernorm2d_fwd, torch.randn(2, 1024)).kernels
     assert use.source == "folder"

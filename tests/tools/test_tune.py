@@ -185,10 +185,8 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
 
     monkeypatch.setattr(tile_trials, "_why_not", why_not)
     outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
-    assert [line.partition("): ")[2] for line in outcome.refused] == [
-        "y differ from the reference",
-        "RuntimeError: out of registers",
-    ]
+    reasons = [line.partition("): ")[2] for line in outcome.refused]
+    assert reasons == ["y differ from the reference", "RuntimeError: out of registers"]
 
 
 def test_a_table_is_called_after_this_gpu(clock: Callable[..., None], tmp_path: Path) -> None:
@@ -235,7 +233,6 @@ class Bench:
         self.seconds = 0.0
         self.cases: list[Case] = []
         self.ends_at: int | None = None
-        self.runs = True
         self.many: dict[Size, Tile | None] = {}
 
     def decide(
@@ -246,7 +243,7 @@ class Bench:
         self.cases.append(case)
         self.many[case.size] = many
         self.now += self.seconds
-        outcome = outcome_of(case, runs=self.runs)
+        outcome = outcome_of(case)
         for _ in outcome.tried:
             advance()
         return outcome
@@ -258,16 +255,12 @@ class Bench:
         return list(dict.fromkeys(Row(case.kind, case.bucket) for case in self.cases))
 
 
-def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
+def outcome_of(case: Case) -> Outcome:
     present, *others = case.tiles(CARD.device)
     best = (present, *others)[-1]
     slower = tuple(Tried(tile, 2.0, None, None, None) for tile in others if tile != best)
-    if not runs:
-        return Outcome(case, (7, 9), present, (Tried(present, None, None, None, "it does not fit"), *slower), None)
-    won = Tried(best, 1.0, 1.25, None, None)
-    return Outcome(
-        case, (7, 9), present, (Tried(present, 2.0, 2.0, None, None), *slower, won), Winner(best, 1.25, 3000.0)
-    )
+    tried = (Tried(present, 2.0, 2.0, None, None), *slower, Tried(best, 1.0, 1.25, None, None))
+    return Outcome(case, (7, 9), present, tried, Winner(best, 1.25, 3000.0))
 
 
 @pytest.fixture

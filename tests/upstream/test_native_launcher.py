@@ -83,7 +83,8 @@ def driver(built: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "normforge")
     triton_launcher._say_once.cache_clear()
     for variable in ("NORMFORGE_NATIVE_LAUNCHER", "NORMFORGE_FROZEN"):
         monkeypatch.delenv(variable, raising=False)
@@ -203,12 +204,9 @@ def test_a_thread_without_a_context_takes_its_devices(driver: Driver) -> None:
     assert (driver.get("retained"), driver.get("launches")) == (-1, 2)
 
 
-def broken_stream(device: int) -> int:
-    raise LookupError(f"no stream of {device}")
-
-
 @pytest.mark.parametrize(
-    ("stream", "error"), [(broken_stream, LookupError), (lambda _: None, TypeError), (lambda _: -1, OverflowError)]
+    ("stream", "error"),
+    [(Mock(side_effect=LookupError), LookupError), (lambda _: None, TypeError), (lambda _: -1, OverflowError)],
 )
 def test_a_stream_that_cannot_be_had_is_an_error(
     stream: Callable[[int], Any], error: type[Exception], driver: Driver
@@ -330,8 +328,7 @@ TOO_MANY = {f"p{at}_ptr": "*fp32" for at in range(129)}
 def test_other_kernels_are_left_to_triton_and_that_is_said_once(
     compiled: Any, taken: Any, why: str, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "normforge"):
-        assert [prepare(compiled, taken) for _ in range(3)] == [None] * 3
+    assert [prepare(compiled, taken) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert (record.levelno, why in record.getMessage()) == (logging.INFO, True)
 
@@ -342,10 +339,9 @@ def test_other_releases_are_left_to_triton(driver: Driver, monkeypatch: pytest.M
 
 
 def test_a_setting_turns_it_off(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", "0")
-    assert prepare() is None
-    monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", "1")
-    assert prepare() is not None
+    for word, launches in (("0", False), ("1", True)):
+        monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", word)
+        assert (prepare() is not None) == launches
     monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", "no")
     with pytest.raises(SettingError, match="NORMFORGE_NATIVE_LAUNCHER='no' is neither 1"):
         prepare()
@@ -359,8 +355,7 @@ def test_without_a_compiler_triton_launches(
     compiler.write_text(f"#!/bin/sh\necho once >> {asked}\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    with caplog.at_level(logging.INFO, "normforge"):
-        assert [prepare() for _ in range(3)] == [None] * 3
+    assert [prepare() for _ in range(3)] == [None] * 3
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert str(compiler) in caplog.records[0].getMessage()
     assert asked.read_text() == "once\n"
@@ -371,8 +366,7 @@ def test_a_frozen_process_takes_what_is_kept_and_compiles_nothing(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    with caplog.at_level(logging.INFO, "normforge"):
-        assert prepare() is None
+    assert prepare() is None
     assert not list(tmp_path.rglob("*.so"))
     assert not caplog.records
     # As warm-up does, whatever is frozen.
@@ -395,7 +389,6 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
         path.chmod(0o777)
         triton_launcher._say_once.cache_clear()
         monkeypatch.setattr(triton_launcher, "_module", None)
-        with caplog.at_level(logging.INFO, "normforge"):
-            assert prepare() is None
+        assert prepare() is None
         assert f"{path} can be written by everybody" in caplog.text
         path.chmod(mode)

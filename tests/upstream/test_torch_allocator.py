@@ -42,11 +42,11 @@ FOUND: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_the_short_way_is_tried_before_it_is_trusted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, will_do = FOUND[name]
-    made = usual(inner, monkeypatch)
-    assert (made is inner) == will_do
+@pytest.mark.parametrize(("inner", "will_do"), FOUND.values(), ids=FOUND)
+def test_the_short_way_is_tried_before_it_is_trusted(
+    inner: Any, will_do: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (usual(inner, monkeypatch) is inner) == will_do
 
 
 def usual(inner: object, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Empty:

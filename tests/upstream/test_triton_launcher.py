@@ -9,6 +9,7 @@ from inspect import Parameter, Signature
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import triton
@@ -154,11 +155,9 @@ def test_what_is_not_known_is_left_alone_and_said_once(
 
 
 def test_a_kernel_that_cannot_be_loaded_says_why() -> None:
-    def out_of_resources(*_: Any) -> None:
-        raise MemoryError("shared memory")
-
+    failing = functools.partial(Mock(side_effect=MemoryError("shared memory")))
     with pytest.raises(MemoryError, match="shared memory"):
-        triton_launcher.bind(compiled(functools.partial(out_of_resources)), ARGUMENTS)
+        triton_launcher.bind(compiled(failing), ARGUMENTS)
 
 
 def test_the_triton_here_is_known() -> None:

@@ -103,12 +103,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool) -> None:
         "derive": derive,
         "override": named_override if names else override,
     }
-    install(
-        monkeypatch,
-        {
-            "torchtitan.config": config,
-            "torchtitan.models.common.nn_modules": {
-                name: _configurable(getattr(torch.nn, name)) for name in ("RMSNorm", "LayerNorm")
-            },
-        },
-    )
+    norms = {name: _configurable(getattr(torch.nn, name)) for name in ("RMSNorm", "LayerNorm")}
+    install(monkeypatch, {"torchtitan.config": config, "torchtitan.models.common.nn_modules": norms})
