@@ -41,7 +41,7 @@ def run(world: int, modules: list[str], folder: Path, *, limit: float, device: s
 
     Args:
         world: how many processes.
-        modules: the modules of this package whose cases are run, or one of them, `reduced.every_form`.
+        modules: the modules of this package whose cases are run.
         folder: where the processes meet; an empty one.
         limit: seconds, after which they are ended.
         device: `cpu`, where kernels are interpreted, or `cuda`.
@@ -82,10 +82,8 @@ def main(store: str, modules: list[str]) -> None:
         quick_interpreter.install()
     # What is printed besides is not to be read as a case.
     lines, sys.stdout = sys.stdout, sys.stderr
-    for asked in modules:
-        module, _, one = asked.partition(".")
-        cases = importlib.import_module(f"{__package__}.{module}").CASES
-        for name, case in cases.items() if not one else [(one, cases[one])]:
+    for module in modules:
+        for name, case in importlib.import_module(f"{__package__}.{module}").CASES.items():
             torch.manual_seed(0)
             error = ""
             try:

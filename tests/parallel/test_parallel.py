@@ -42,11 +42,6 @@ def test_sums_of_ranks_are_normalised(world: int, tmp_path: Path) -> None:
     _check(run(world, list(REDUCED), tmp_path, limit=300 * world), REDUCED)
 
 
-def test_a_few_sums_of_two_ranks(tmp_path: Path) -> None:
-    names = ("every_type_keeps_its_bits", "calls_keep_their_order_whoever_is_late", "wrong_arguments_are_refused")
-    assert run(2, [f"reduced.{name}" for name in names], tmp_path, limit=300) == dict.fromkeys(names, "")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_cards_agree_with_whole_tensors(tmp_path: Path) -> None:
