@@ -89,15 +89,20 @@ def parts_of(mode: Mode) -> Iterable[Pipeline | Part]:
 
 
 @cache
+def every_kernel() -> tuple[tuple[Mode, Pipeline | Part], ...]:
+    """Each kernel of each legal mode."""
+    return tuple((mode, part) for mode in modes_of_one_gpu() for part in parts_of(mode))
+
+
+def targets_of(part: Pipeline | Part) -> tuple[Target, ...]:
+    """The architectures that have a kernel."""
+    return tuple(target for target in TARGETS if isinstance(part, Part) or part.runs_on(target.arch))
+
+
+@cache
 def every_case() -> tuple[Case, ...]:
     """The whole space: each kernel of each legal mode, for each architecture that has it."""
-    return tuple(
-        Case(mode, part, target)
-        for mode in modes_of_one_gpu()
-        for part in parts_of(mode)
-        for target in TARGETS
-        if isinstance(part, Part) or part.runs_on(target.arch)
-    )
+    return tuple(Case(mode, part, target) for mode, part in every_kernel() for target in targets_of(part))
 
 
 def of_the_table() -> tuple[Case, ...]:
@@ -116,8 +121,10 @@ def in_turn(cases: Sequence[Case], kind: Callable[[Case], Hashable]) -> Iterator
 
 
 def quick() -> tuple[Case, ...]:
-    """What is compiled first."""
-    return tuple(covering(every_case(), columns, 1))
+    """What is compiled first: each value of each axis and each kernel, for the architectures in turn."""
+    chosen = covering(every_kernel(), lambda kernel: (*axes_of(kernel[0]), kernel[1].name), 1)
+    turns = ((mode, part, targets_of(part), turn) for turn, (mode, part) in enumerate(chosen))
+    return tuple(Case(mode, part, targets[turn % len(targets)]) for mode, part, targets, turn in turns)
 
 
 def thorough() -> tuple[Case, ...]:
