@@ -73,7 +73,7 @@ smoke: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/test_import.py tests/test_house.py tests/tools/test_explain.py
 
 test: $(READY)
-	@echo "make test runs the tests that find faults soonest, without a GPU: interpreted, then compiled; this takes 5 to 6 minutes on 2 idle cores"
+	@echo "make test runs the tests that find faults soonest, without a GPU: interpreted, then compiled; this takes 6 to 7 minutes on 2 idle cores"
 	$(call interpret,what finds faults soonest,not thorough)
 	$(call compile,what finds faults soonest,not thorough)
 

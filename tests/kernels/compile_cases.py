@@ -1,8 +1,8 @@
 """Which kernels are compiled for which GPU, and what they come to.
 
-One kernel of each of the table's modes and, where there is time, each kernel for one architecture in turn. Of all legal
-modes a covering array: any value of axes, kernels and architectures is compiled somewhere and, where there is time, any
-two values together. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
+Of all legal modes a covering array: any value of an axis, any kernel and any architecture is compiled somewhere and,
+where there is time, any two values together, and each kernel of the table's modes for one architecture in turn.
+NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def quick() -> tuple[Case, ...]:
 
 
 def thorough() -> tuple[Case, ...]:
-    """What is compiled where there is time, what came first among it."""
+    """What is compiled where there is time."""
     if os.environ.get("NORMFORGE_ALL_TARGETS") == "1":
         return every_case()
     return (*covering(every_case(), columns, 2), *in_turn(of_the_table(), lambda case: (case.mode, case.part)))
