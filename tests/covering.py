@@ -111,7 +111,7 @@ def parametrize(
 
 
 def few_first(cases: Sequence[T], columns: Callable[[T], tuple[Any, ...]], ids: Callable[[T], str]) -> list[Any]:
-    """Parameters of a test: cases that together have each value of each column, and the others as thorough ones."""
+    """Return parameters of a test: cases that have each value of each column, and the others as thorough ones."""
     few = [ids(case) for case in covering(cases, columns, 1)]
     return thorough.first_of_each(cases, lambda case: ids(case) if ids(case) in few else None, ids)
 

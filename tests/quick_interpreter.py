@@ -117,10 +117,10 @@ def _remember_shapes() -> None:
     tl.core._unwrap_if_constexpr = lambda value: value if isinstance(value, (int, float, tl.tensor)) else unwrap(value)
 
 
-# What operators compute with two operands of one of these types in, which is that type; quotients of 16 bits are fp32.
+# Two operands of one of these types are computed with in that type; quotients of 16 bits are fp32.
 _KEPT = {"fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64"}
 _OFFSETS = {"int32", "int64"}
-# How many elements a block of one number has at most that is kept.
+# The most elements of a block of one number that is kept.
 _MOST_KEPT = 4096
 
 

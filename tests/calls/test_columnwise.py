@@ -262,7 +262,7 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-# What is added to the rows of each.
+# Each form, and the operands that are added to its rows.
 ADDED_STRAIGHT = [
     *product(STRAIGHT, ("", "residual", "x_bias")),
     # Modulated rows, of which no call has a static scale or a cast before the weight.

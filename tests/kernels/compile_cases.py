@@ -121,14 +121,14 @@ def in_turn(cases: Sequence[Case], kind: Callable[[Case], Hashable]) -> Iterator
 
 
 def quick() -> tuple[Case, ...]:
-    """What is compiled first: each value of each axis and each kernel, for the architectures in turn."""
+    """Return what is compiled first: each value of each axis and each kernel, for the architectures in turn."""
     chosen = covering(every_kernel(), lambda kernel: (*axes_of(kernel[0]), kernel[1].name), 1)
     turns = ((mode, part, targets_of(part), turn) for turn, (mode, part) in enumerate(chosen))
     return tuple(Case(mode, part, targets[turn % len(targets)]) for mode, part, targets, turn in turns)
 
 
 def thorough() -> tuple[Case, ...]:
-    """What is compiled where there is time."""
+    """Return what is compiled where there is time."""
     if os.environ.get("NORMFORGE_ALL_TARGETS") == "1":
         return every_case()
     return (*covering(every_case(), columns, 2), *in_turn(of_the_table(), lambda case: (case.mode, case.part)))
