@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cache
 from itertools import combinations
 from math import prod
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,14 +101,13 @@ def parametrize(
     ids: Callable[[T], str],
 ) -> None:
     """Give a test the first cases, and the rest as thorough ones; neither is listed for a run that does not want it."""
-    if not thorough.is_run(metafunc):
-        metafunc.parametrize(name, [])
-        return
-    quick = dict.fromkeys(first())
-    more = (case for case in rest() if case not in quick) if thorough.is_asked_for(metafunc.config) else ()
+    runs = thorough.is_run(metafunc)
+    quick = dict.fromkeys(first() if runs else ())
+    more = (case for case in rest() if case not in quick) if runs and thorough.is_asked_for(metafunc.config) else ()
     cases = [pytest.param(case, id=ids(case)) for case in quick]
     cases += [pytest.param(case, id=ids(case), marks=thorough.THOROUGH) for case in more]
-    metafunc.parametrize(name, cases)
+    # A test that has none in this run is left out by its mark: of an empty list pytest would tell that it was skipped.
+    metafunc.parametrize(name, cases or [pytest.param(None, marks=thorough.THOROUGH)])
 
 
 def few_first(cases: Sequence[T], columns: Callable[[T], tuple[Any, ...]], ids: Callable[[T], str]) -> list[Any]:
@@ -117,7 +117,7 @@ def few_first(cases: Sequence[T], columns: Callable[[T], tuple[Any, ...]], ids: 
 
 
 def leave_to_thorough_runs(metafunc: pytest.Metafunc) -> None:
-    """Mark the cases of a test that are not needed to have each value of each of its parameters."""
+    """Mark the cases of a test that are not needed to have each value of each of its parameters; see also COSTLY."""
     together = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
     on_a_card: dict[bool, list[Any]] = {}
@@ -129,10 +129,13 @@ def leave_to_thorough_runs(metafunc: pytest.Metafunc) -> None:
     for calls in on_a_card.values():
         named = groups + [[name] for name in calls[0].params if all(name not in group for group in groups)]
         varied = [column for group in named for column in _columns(calls, group) if len(set(column)) > 1]
+        kept = [*range(len(calls))]
         if len(varied) > 1:
-            kept = covering(list(enumerate(zip(*varied, strict=True))), lambda case: case[1], 1)
-            for place in {*range(len(calls))} - {place for place, _ in kept}:
-                calls[place].marks.append(thorough.THOROUGH.mark)
+            kept = sorted(place for place, _ in covering(list(enumerate(zip(*varied, strict=True))), itemgetter(1), 1))
+        if metafunc.definition.get_closest_marker("costly"):
+            kept = kept[::3]
+        for place in {*range(len(calls))} - {*kept}:
+            calls[place].marks.append(thorough.THOROUGH.mark)
 
 
 def _columns(calls: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:

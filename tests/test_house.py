@@ -58,7 +58,7 @@ MOST_CODE_LINES = {
     "upstream": 667,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 29_936, ("benchmarks",): 5_921}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 29_928, ("benchmarks",): 5_921}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an

@@ -121,8 +121,7 @@ def test_cast_before_weight_is_what_llama_and_t5_compute(
     assert product.dtype is out
     assert torch.equal(actual.y, product)
     if dtype is torch.float32:
-        whole = function(x, weight, eps=1e-5, cast="before_weight")
-        assert torch.equal(whole.y, function(x, weight, eps=1e-5).y)
+        assert torch.equal(function(x, weight, eps=1e-5, cast="before_weight").y, function(x, weight, eps=1e-5).y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -176,8 +175,7 @@ def test_quantise_to_fp8(out: DType) -> None:
 
 
 def test_values_are_divided_by_the_scale_as_stored() -> None:
-    x = torch.randn(4, N)
-    actual: Any = reference.layernorm2d_fwd(x, fquant="dynamic", scale_dtype=torch.bfloat16)
+    actual: Any = reference.layernorm2d_fwd(torch.randn(4, N), fquant="dynamic", scale_dtype=torch.bfloat16)
     assert actual.y_scale.dtype == torch.bfloat16
     by_stored = [
         [max(-127, min(127, round(value / scale))) for value in row]

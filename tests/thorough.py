@@ -16,6 +16,8 @@ T = TypeVar("T")
 THOROUGH = pytest.mark.thorough
 # A test of several seconds, begun before the others: one that begins last is waited for by all other workers.
 LONG = pytest.mark.long
+# A test whose cases take five seconds or more in all: a quick run takes one in three of them.
+COSTLY = pytest.mark.costly
 # Marks that a run may exclude.
 MARKS = ("compile", "gpu", "thorough")
 

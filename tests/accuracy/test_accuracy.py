@@ -30,7 +30,7 @@ from proving.accuracy.units import Error, Exact, error, floor_of, median, ratio,
 from proving.cases import FULL
 from proving.evidence import EVIDENCE, load
 from tests.calling import table_at
-from tests.thorough import THOROUGH, first_of_each
+from tests.thorough import COSTLY, THOROUGH, first_of_each
 
 # NumPy, which interprets kernels, remarks on squares that overflow.
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,6 +86,7 @@ SPECIAL: list[AnyCase] = [
 ]
 
 
+@COSTLY
 @interpreted
 @pytest.mark.parametrize(
     "case", [*ONE_A_TILE, *ONE_OF_GROUPS, *(pytest.param(each, id=each.mode.name) for each in SPECIAL)]

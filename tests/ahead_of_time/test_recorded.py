@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from proving.cold_warm.session import Session, forgotten
 
 from ..calling import table_at
 from ..launching import SomeTable, launching_nothing
-from ..thorough import first_of_each
+from ..thorough import COSTLY, first_of_each
 from .calls import BF16, N, ones, rows
 
 TABLES: dict[str, Any] = table_at(Path(__file__).with_name("recorded.yaml"))
@@ -65,11 +66,7 @@ def test_a_recording_says_nothing_of_m_but_its_class(tmp_path: Path) -> None:
 
 def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a frozen server met can be compiled for the next one."""
-
-    def refuse(*_: object) -> None:
-        raise FrozenError("refused")
-
-    monkeypatch.setattr(plan, "Launcher", refuse)
+    monkeypatch.setattr(plan, "Launcher", Mock(side_effect=FrozenError("refused")))
     path = tmp_path / "needed.yaml"
     with normforge.record(path), pytest.raises(FrozenError):
         normforge.rmsnorm2d_fwd(rows())
@@ -179,6 +176,7 @@ CASES = first_of_each(
 )
 
 
+@COSTLY
 @pytest.mark.usefixtures("random_calls")
 @pytest.mark.parametrize("case", CASES)
 def test_a_recording_comes_to_what_random_calls_launch(case: tuple[str, str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import normforge
 from normforge.calls import check, first, road, row_gradients
 from normforge.families.group import row as group
 from normforge.selection import dispatch
@@ -42,6 +43,13 @@ def looked(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (group, "launched_backward", "gradients"),
         (dispatch, "find", "kernel"),
     )
+
+
+@pytest.fixture
+def invariant() -> Iterator[None]:
+    """A test runs under batch invariance."""
+    with normforge.batch_invariant():
+        yield
 
 
 @pytest.fixture(params=DEVICES)

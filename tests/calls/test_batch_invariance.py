@@ -1,6 +1,5 @@
 """Under batch invariance a row's results have the same bits in every batch, wherever it stands and lies."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,9 @@ each_call = pytest.mark.parametrize(
     ],
 )
 
+pytestmark = pytest.mark.usefixtures("invariant")
+
 N = 131
-
-
-@pytest.fixture(autouse=True)
-def within() -> Iterator[None]:
-    with normforge.batch_invariant():
-        yield
 
 
 @each_call

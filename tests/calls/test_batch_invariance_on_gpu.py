@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import normforge
 from ..calling import captured, there
 from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "invariant")]
 
 MS = (1, 2, 3, 7, 255, 256, 257, 1000, 4096)
 # A row length or two of each pipeline, forward and backward, and what divides them into vectors, pairs or nothing.
@@ -21,12 +20,6 @@ NS = (64, 128, 129, 500, 1000, 1024, 2048, 4096, 4097, 4100, 5120, 8192, 12288, 
 MOST = MS[-1]
 # Elements of a batch: 1 GiB of 16 bits.
 MOST_ELEMENTS = 1 << 29
-
-
-@pytest.fixture(autouse=True)
-def within(fresh_dynamo: None) -> Iterator[None]:
-    with normforge.batch_invariant():
-        yield
 
 
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -51,8 +44,7 @@ def test_a_row_has_the_same_bits_for_every_m(call: Call, dtype: torch.dtype, n: 
 @pytest.mark.parametrize("n", [128, 129, 1000, 4096, 4097, 8192])
 def test_a_row_has_the_same_bits_wherever_it_lies(call: Call, n: int) -> None:
     """At every address that an element can have, too."""
-    x = rows(64, n, torch.bfloat16, "cuda")
-    hold_wherever_it_lies(call, x, beside=(1, 8, 16, 24), ahead=range(1, 9))
+    hold_wherever_it_lies(call, rows(64, n, torch.bfloat16, "cuda"), beside=(1, 8, 16, 24), ahead=range(1, 9))
 
 
 @each_call

@@ -18,7 +18,7 @@ from normforge.tools.compare import columns_of, numbers_of
 from ..calling import backward_operands, each_norm, each_of, refusals, same_bits, there
 from ..covering import few_first
 from ..kernels.problems import assert_in_blocks, check_both_ways
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 from .test_quantised import E5M2, FUNCTION, SWIZZLED, check, rows
 from .test_wrong_tensors import E4M3, MXFP8
 
@@ -43,6 +43,7 @@ each_form = pytest.mark.parametrize("name", FORMS)
 each_layout = pytest.mark.parametrize("layout", ["untransposed", "transposed"])
 
 
+@COSTLY
 @each_norm
 @each_form
 @each_layout
@@ -80,6 +81,7 @@ def modulations(*sizes: int, gates: bool = False) -> dict[str, torch.Tensor]:
     return {name: rows(*sizes) for name in ("scale", "shift", *["gate"] * gates)}
 
 
+@COSTLY
 @each_norm
 @each_form
 @each_layout
@@ -158,6 +160,7 @@ def test_memory(asked: dict[str, Any], layout: str, m: int, strides: tuple[Any, 
     assert there(made.columnwise).shape == ((96, m) if layout == "transposed" else (m, 96))
 
 
+@COSTLY
 @each_norm
 @each_format
 def test_a_sum_behind_a_norm_goes_where_the_residual_is(norm: str, name: str) -> None:
@@ -227,6 +230,7 @@ def test_an_infinite_amax() -> None:
     assert amax.item() == float("inf")
 
 
+@COSTLY
 @pytest.mark.parametrize("how", [PRE, "modulated", "post_add", "post_add_norm"])
 @pytest.mark.parametrize("asked", [{**FP8, "columnwise": 2}, {**SWIZZLED, "columnwise": 1}, {**WHOLE, "columnwise": 2}])
 def test_traced_calls(asked: dict[str, Any], how: str) -> None:

@@ -61,8 +61,7 @@ def added(x: torch.Tensor, residual: torch.Tensor | None = None, **given: Any) -
     """The sum that a call stores."""
     residual = torch.zeros_like(x) if residual is None else residual
     given = {"dropout_p": P, "dropout_rng": RNG, "norm": "rms", **given}
-    total = FORWARD[given.pop("norm")](x, residual=residual, fadd="pre_add_store", **given).residual_out
-    return there(total)
+    return there(FORWARD[given.pop("norm")](x, residual=residual, fadd="pre_add_store", **given).residual_out)
 
 
 def signed(*numbers: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from normforge.errors import ConflictError, GradientError, ShapeError
 from proving.cases import Case, Tensors, cases, operands
 from proving.cold_warm.contexts import CONTEXTS
 
-from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits
+from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, same_bits
 from ..kernels.problems import Problem
 from ..operators.registered import step
 from ..thorough import THOROUGH, first_of_each
@@ -73,16 +73,6 @@ def test_which_says_what_the_functional_api_would_run(x: torch.Tensor) -> None:
     with pytest.raises(GradientError, match=r"^x requires a gradient and the forward functions compute none"):
         normforge.which(trained)
     assert normforge.which(trained, functional=True) == normforge.which(x, functional=True) == normforge.which(x)
-
-
-@THOROUGH
-def test_which_says_torch_where_no_kernel_runs() -> None:
-    program = (
-        "import torch, normforge; x = torch.randn(3, 64); "
-        "print(normforge.which(x, functional=True), normforge.which(x)); "
-        "print(normforge.which(x, norm='rms', functional=True))"
-    )
-    assert printed(program, TRITON_INTERPRET=None).split() == ["torch", "ln_fwd_fp32_n128", "torch"]
 
 
 def test_norm_as_word_and_enum(x: torch.Tensor) -> None:

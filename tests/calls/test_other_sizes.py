@@ -19,6 +19,7 @@ from normforge.selection import dispatch
 from proving.cases import LAYOUTS, Case, cases, gradients, operands
 
 from ..calling import all_plans, each_device, pieces, same_bits
+from ..thorough import COSTLY
 from .test_wrong_tensors import CALLS as FUNCTIONS
 
 N = 48
@@ -108,6 +109,7 @@ CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@COSTLY
 @pytest.mark.parametrize(("call", "learnt", "others"), CALLS.values(), ids=CALLS)
 def test_a_call_of_another_size_is_not_looked_at(
     call: Call, learnt: tuple[int, ...], others: tuple[int, ...], looked: list[str]

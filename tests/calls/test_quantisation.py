@@ -110,7 +110,6 @@ def test_int8_ties_go_to_even() -> None:
 def test_a_scale_that_fp32_cannot_invert_is_no_scale(dtype: torch.dtype) -> None:
     """Amax of about 1e-37 leaves a subnormal scale, whose inverse is infinite."""
     x = torch.randn(3, 64)
-    weight = torch.full((64,), 1e-37)
-    actual = FORWARD["layer"](x, weight, fquant="dynamic", out_dtype=dtype)
+    actual = FORWARD["layer"](x, torch.full((64,), 1e-37), fquant="dynamic", out_dtype=dtype)
     assert torch.equal(there(actual.y_scale), torch.ones(3))
     assert not actual.y.float().any()

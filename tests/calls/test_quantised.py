@@ -137,8 +137,7 @@ def test_a_given_scale_of_one_value_or_one_a_column(norm: str) -> None:
         made = check(norm, x, weight, fquant="static", y_scale=scale, out_dtype=E4M3, residual=rows(3, N))
         assert made.y_scale is None
     # A slice of all layers' scales lies anywhere.
-    scales = torch.rand(7) + 0.5
-    check(norm, x, weight, fquant="static", y_scale=scales[3:4])
+    check(norm, x, weight, fquant="static", y_scale=(torch.rand(7) + 0.5)[3:4])
 
 
 @each_norm
@@ -351,8 +350,7 @@ def test_bytes_of_groups_that_a_row_has_not_are_0_in_the_callers_memory(layout: 
     x = rows(4, N)
     asked: dict[str, Any] = {"group_size": 64, "scale_format": "ue8m0_packed", "out_dtype": E4M3}
     for scale in (torch.full((4, 2), -1, dtype=torch.int32), torch.full((2, 4), -1, dtype=torch.int32).t()):
-        made = check("rms", x, **asked, scale_layout=layout, y_scale=scale).y_scale
-        assert made is scale
+        assert check("rms", x, **asked, scale_layout=layout, y_scale=scale).y_scale is scale
         # Five groups, and three that there are none of.
         assert (scale.contiguous().view(torch.uint8)[:, 5:] == 0).all()
         assert (scale.contiguous().view(torch.uint8)[:, :5] != 0).all()

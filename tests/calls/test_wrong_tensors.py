@@ -16,6 +16,7 @@ import torch
 import normforge
 from normforge import errors
 from normforge.codegen.values import FusedAdd, FusedQuant
+from proving.cold_warm.operands import HOLDERS
 
 from ..calling import FORWARD, FUNCTIONS, backward_operands, same_bits, table_at
 
@@ -138,12 +139,6 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def of_inference(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is written to in inference mode alone."""
-    with torch.inference_mode():
-        return tensor.clone()
-
-
 # What is wrong with a tensor, the error, and what the message says behind the tensor's name.
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "a number": (lambda tensor: 2.0, errors.DTypeError, " is (a float|float|2.0); it takes"),
@@ -161,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "without memory": (without_memory, errors.LayoutError, r" \(.*\) has no memory .*storage was freed"),
     "trained": (lambda tensor: tensor.clone().requires_grad_(), errors.GradientError, " requires a gradient and "),
     "negated": (lambda tensor: torch._neg_view(tensor.clone()), errors.LayoutError, " is a view that negates its mem"),
-    "of inference": (of_inference, errors.GradientError, r" is an inference tensor, .*\.clone\(\)$"),
+    "of inference": (HOLDERS["inference"], errors.GradientError, r" is an inference tensor, .*\.clone\(\)$"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from proving.cold_warm.compare import FAMILIES, run, subjects
 
 from ..properties import seed
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 
 pytestmark = pytest.mark.usefixtures("random_calls")
 
@@ -41,6 +41,7 @@ def hold(family: str, count: int, *, by_address: bool) -> None:
     assert served > count / 4
 
 
+@COSTLY
 @each_way
 def test_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
     hold(family, FEW[family], by_address=by_address)

@@ -27,7 +27,7 @@ from proving.conformance.run import Outcome, run, run_group
 from proving.conformance.suites import SUITES, cases, interpreted
 from proving.evidence import EVIDENCE, grouped, load, record
 
-from ..thorough import first_of_each
+from ..thorough import COSTLY, first_of_each
 
 CPU = torch.device("cpu")
 
@@ -218,6 +218,7 @@ def kind_of(case: Case) -> Hashable:
 ONE_A_MODE = first_of_each(interpreted(), kind_of, lambda case: case.id)
 
 
+@COSTLY
 @pytest.mark.parametrize("case", ONE_A_MODE)
 def test_in_the_interpreter(case: Case) -> None:
     for _, outcome in run_group((case,), torch.device("cpu"), SEED):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,11 +63,8 @@ def sglangs(monkeypatch: pytest.MonkeyPatch) -> Any:
 def leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Leaves:
     """Return what holds calls whose kernel may not be compiled to the engine's own results."""
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise FrozenError("it would have to be compiled")
-
     def hold(module: Any, name: str, call: Callable[[], tuple[Any, Any]], what: str) -> None:
-        monkeypatch.setattr(module, name, refuse)
+        monkeypatch.setattr(module, name, Mock(side_effect=FrozenError("it would have to be compiled")))
         monkeypatch.setattr(attempt, "_said", set())
         for _ in range(2):
             alike(*call(), bits=1.0)

@@ -19,6 +19,7 @@ from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 from normforge.reference.quantised import unpacked, unswizzled
 
+from ..calling import there
 from ..nn.models import randomised
 from . import engines
 from .stand_ins import of_vllm
@@ -58,9 +59,7 @@ def normalised(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tup
         return plug.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
     if hasattr(norm, "variance_epsilon"):
         return plug.rms_norm(x, norm.weight.data, norm.variance_epsilon), None
-    y = serving.layer("vLLM", x, norm.weight.data, norm.bias.data, eps=norm.eps)
-    assert y is not None
-    return y, None
+    return there(serving.layer("vLLM", x, norm.weight.data, norm.bias.data, eps=norm.eps)), None
 
 
 def fused(norm: Any, x: torch.Tensor, layer: Any, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:

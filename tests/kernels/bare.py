@@ -13,7 +13,9 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.selection import on_demand
-from normforge.tools.compare import compare, compare_gradients
+from normforge.tools.compare import compare_gradients
+
+from ..calling import agree
 
 T = TypeVar("T")
 
@@ -134,9 +136,7 @@ def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors:
     asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast, "fadd": mode.fadd}
     asked["out_dtype"] = TORCH_DTYPES[mode.dtype_out]
     asked |= {} if mode.norm.centres else {"weight_offset": OFFSET}
-    expected = reference.FORWARD[mode.norm](x, **vectors, **asked)
-    findings = compare(actual, expected)
-    assert all(finding.ok for finding in findings), findings
+    agree(actual, reference.FORWARD[mode.norm](x, **vectors, **asked))
 
 
 def check_gradients(actual: NormGradients, mode: Mode, operands: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from normforge.kernels.obtain import compile_for
 from ..calling import there
 from ..covering import parametrize
 from ..folders import instance
-from ..thorough import LONG, THOROUGH, first_of_each
+from ..thorough import COSTLY, LONG, THOROUGH, first_of_each
 from . import compile_cases
 from .compile_cases import LENGTHS, NVIDIA, SM_90, SPREAD_TILES, TARGETS, Case, binary_of, compiled, usage
 
@@ -210,6 +210,7 @@ ONE_A_PIPELINE = first_of_each(
 )
 
 
+@COSTLY
 @pytest.mark.parametrize("backward", ONE_A_PIPELINE)
 def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[Instance, int]) -> None:
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
@@ -465,6 +466,7 @@ def ptx_of(mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target
     return str(compiled(mode, n, target, TILES[pipeline], part).asm["ptx"])
 
 
+@COSTLY
 @pytest.mark.parametrize(("mode", "pipeline", "part"), KERNELS, ids=[mode.kernel(part) for mode, _, part in KERNELS])
 def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
     mode: Mode, pipeline: Pipeline, part: Pipeline | Part

@@ -24,7 +24,7 @@ from normforge.selection import dispatch, on_demand
 from normforge.selection.table import RetiledTable
 
 from ..covering import few_first
-from ..thorough import first_of_each
+from ..thorough import COSTLY, first_of_each
 
 pytestmark = pytest.mark.compile
 
@@ -71,6 +71,7 @@ def _tiles_that_change_threads(text: str, *, in_loop: bool) -> list[str]:
     return [shape for shape in moved if math.prod(map(int, shape.split("x")[:-1])) >= 1024]
 
 
+@COSTLY
 @pytest.mark.parametrize(
     "case",
     first_of_each(

@@ -32,7 +32,7 @@ from proving.cases import (
 )
 
 from ..calling import FUNCTIONS, each_device, each_norm, plain, slices
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 from .models import WideLayerNorm, noted
 
 # Without torch's own types, which it lacks.
@@ -154,6 +154,7 @@ def test_a_gradient_of_a_gradient_beneath_hooks_on_what_is_saved(case: Case) -> 
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@COSTLY
 @pytest.mark.usefixtures("fresh_dynamo")
 @each_case("of every family")
 def test_compiled_autograd_is_one_graph(case: Case) -> None:

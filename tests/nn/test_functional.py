@@ -198,6 +198,7 @@ def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch
 def test_a_cpu_without_the_interpreter_runs_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     assert normforge.backend(torch.randn(1)) == normforge.backend(torch.empty(1, device="meta")) == "torch"
+    assert {normforge.which(torch.ones(3, 64), norm=norm, functional=True) for norm in OURS} == {"torch"}
     for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS):
         x = torch.randn(4, 3, 8).to(dtype)
         found, wanted = (results(module((3, 8), dtype=dtype), x) for module in (ours, theirs))

@@ -245,8 +245,7 @@ def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     model, x = ResidualGroups(), torch.randn(2, 8, 4, 4)
     weight, bias = model.first[0].parameters()
     want, norm = model(x), functional.group_norm(x, 2, weight, bias)
-    swapped = normforge.patch(model).swapped
-    assert [each.path for each in swapped] == ["first.0", "norm", "first"]
+    assert [each.path for each in normforge.patch(model).swapped] == ["first.0", "norm", "first"]
     monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: pytest.fail("SiLU was called"))
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     # The norm alone is what it was.

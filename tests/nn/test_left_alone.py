@@ -276,8 +276,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("make", TAKEN.values(), ids=[name.replace(" ", "_") for name in TAKEN])
 def test_what_changes_no_result_may_be_read(make: Make) -> None:
-    module = make()
-    assert len(normforge.patch(module).swapped) == 1
+    assert len(normforge.patch(make()).swapped) == 1
 
 
 def test_what_is_no_norm_is_not_reported() -> None:

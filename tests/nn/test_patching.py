@@ -21,6 +21,7 @@ import normforge
 from proving.cold_warm.contexts import CONTEXTS
 
 from ..calling import FLOATS, each_device, each_float, in_threads
+from ..thorough import COSTLY
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
 from .models import WIDTH, Counted, LlamaRMSNorm, Make, assert_near, norm, randomised, results, twins
@@ -290,6 +291,7 @@ def test_only_the_classes_change(case: tuple[Make, tuple[str, ...] | None, int],
     assert normforge.unpatch(model) == ()
 
 
+@COSTLY
 @pytest.mark.parametrize(
     ("cls", "name"),
     [(models.LlamaRMSNorm, "variance_epsilon"), *((cls, "eps") for cls in (models.EpsRMSNorm, *WEIGHTLESS))],

@@ -29,6 +29,7 @@ from proving.cases import coarser, gradients, with_tuples
 from ..calling import combined, each_device, each_of, refusals, same_bits, table_at
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
+from ..thorough import COSTLY
 from .test_transforms import M, N, alike
 
 Tensors = dict[str, Any]
@@ -123,9 +124,7 @@ def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
     return torch.cat((rotated * cos + beside * sin, rest), -1)
 
 
-OPTIONS = (
-    *("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "mrope_section", "mrope_interleaved"),
-)
+OPTIONS = ("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "mrope_section", "mrope_interleaved")
 
 
 def call(case: Case, operands: Tensors, function: Any = normforge.qk_norm_rope, **others: Any) -> Any:
@@ -181,6 +180,7 @@ def check(
     return results
 
 
+@COSTLY
 @each_device
 @each_case
 def test_outputs_and_gradients(case: Case, device: str) -> None:
@@ -583,8 +583,7 @@ def test_traced(case: Case, device: str) -> None:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_operators_are_what_torch_wants(weights: bool) -> None:
-    case = Case(weights=weights, positions=True)
-    operands = leaves_of(given(case))
+    operands = leaves_of(given(Case(weights=weights, positions=True)))
     tensors = [operands[name] for name in rotary._OPERANDS]
     options = ("rms", 1e-6, False, 64, 0.0, "after_weight", 0, 0, False)
     torch.library.opcheck(torch.ops.normforge.qk_norm_rope.default, (*tensors, *options))
@@ -637,6 +636,7 @@ def test_a_mean_far_from_zero() -> None:
     torch.testing.assert_close(call(EXACT, operands)[0].double(), wanted[0].detach(), rtol=0, atol=1e-5)
 
 
+@COSTLY
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize(

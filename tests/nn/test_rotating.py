@@ -16,6 +16,7 @@ import normforge
 from normforge.errors import FrozenError, PatchError
 from normforge.patching import modulating, rotating
 
+from ..thorough import COSTLY
 from .models import Counted, GemmaRMSNorm, LlamaRMSNorm, assert_same_results, copies, randomised, twins, written
 
 pytestmark = pytest.mark.usefixtures("fused")
@@ -131,6 +132,7 @@ def inputs(samples: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.
     return torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+@COSTLY
 @pytest.mark.parametrize("name", [*FUSED, *WHOLE, *ALONE])
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_norms_are_computed_with_their_rotation(name: str, norm: Any, fused: Counted) -> None:

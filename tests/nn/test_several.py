@@ -21,7 +21,7 @@ from proving.cases import LAYOUTS, Case
 from ..calling import captured, counted, each_device, each_of, pieces, refusals, same_bits, table_at
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 from .test_transforms import Call, M, N, alike
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -85,6 +85,7 @@ def test_outputs_and_gradients(case: Case, device: str) -> None:
     cases.check(case, cases.operands(case, device), run=run)
 
 
+@COSTLY
 @each_device
 @each_mix
 def test_results_are_those_of_each_function(mix: str, device: str, launches: list[str]) -> None:

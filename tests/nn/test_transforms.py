@@ -25,9 +25,9 @@ from normforge import errors
 from normforge.families import plain_calls, post_add
 from proving.cases import cases, formula, operands
 
-from ..calling import FUNCTIONS, each_device, each_function, plain, python, same_bits, table_at
+from ..calling import FUNCTIONS, each_device, each_function, plain, python, same_bits, table_at, there
 from ..operators.registered import Seen
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 from .models import Asked, randomised
 
 M, N = 3, 16
@@ -202,6 +202,7 @@ def alike(name: str, ours: Call, theirs: Call, device: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
 
 
+@COSTLY
 @each_device
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("name", "norm"), TRANSFORMED)
@@ -274,9 +275,7 @@ UNFOLLOWED: dict[str, tuple[str, Call]] = {
 
 
 def backward_of(dy: torch.Tensor) -> torch.Tensor:
-    dx = normforge.rmsnorm2d_bwd(dy, ONE, None, rstd=RSTD).dx
-    assert dx is not None
-    return dx
+    return there(normforge.rmsnorm2d_bwd(dy, ONE, None, rstd=RSTD).dx)
 
 
 # By transform, what is said of an argument that nothing follows.

@@ -25,7 +25,7 @@ from ..calls.test_wrong_tensors import MXFP8
 from ..nn import models
 from ..nn.decoders import made
 from ..nn.models import WIDTH
-from ..thorough import THOROUGH
+from ..thorough import COSTLY, THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -65,6 +65,7 @@ def same(function: Callable[..., Any], call: Callable[..., Any], given: Sequence
         assert all(map(same_bits, ours, eager))
 
 
+@COSTLY
 @each_device
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=THOROUGH)])
 @pytest.mark.parametrize("case", slices(Path(__file__).with_name("slices.yaml"))["compiled"], ids=str)

@@ -27,7 +27,7 @@ from normforge.override.served import OPERATORS
 from normforge.override.switch import Switch, TorchOverride
 from proving.cases import EPS, LAYOUTS
 
-from ..calling import captured, each_device, printed
+from ..calling import captured, each_device, printed, there
 from ..conformance.test_opinfo import TOLERANCE as OF_SAMPLES
 from ..conformance.test_opinfo import called, in_fp64
 from ..nn.test_transforms import TRANSFORMS, Call, M, N, Transform, leaf
@@ -105,8 +105,7 @@ def test_a_layout(lay: Callable[[torch.Tensor], torch.Tensor], norm: str, device
     def called() -> Results:
         leaf = x.detach().requires_grad_()
         y, *others = normalised(norm, leaf, (16,), weight, None)
-        assert y is not None
-        dx, dweight = torch.autograd.grad(y, (leaf, weight), dy)
+        dx, dweight = torch.autograd.grad(there(y), (leaf, weight), dy)
         # RMSNorm of torch's on a CPU is other operators, whose gradient of x lies as x does.
         return [y, *others, dx if norm == "layer" or ran else dx.contiguous(), dweight]
 

@@ -17,7 +17,7 @@ from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 
 from ..kernels.compile_cases import TARGETS, binary_of
-from ..thorough import LONG, THOROUGH
+from ..thorough import COSTLY, LONG, THOROUGH
 from . import models, reduced, sharded, split, wrapped
 from .ranks import run
 
@@ -56,6 +56,7 @@ def _check(found: dict[str, str], modules: Mapping[str, ModuleType]) -> None:
     assert list(found) == [name for module in modules.values() for name in module.CASES]
 
 
+@COSTLY
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("reduce", tuple(Reduce)[1:], ids=lambda reduce: reduce.value)

@@ -12,7 +12,7 @@ import normforge
 from normforge.upstream import triton_launcher
 from normforge.upstream.triton_launcher import Arguments, Launch
 
-from ..calling import same_bits
+from ..calling import same_bits, there
 
 pytestmark = pytest.mark.gpu
 
@@ -43,8 +43,7 @@ def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_runs(bound: l
     _, clusters, shared = whole.packed_metadata
     # Programs of 2048 threads.
     told = {"run": whole.run, "src": whole.src, "metadata": whole.metadata, "function": whole.function}
-    launch = triton_launcher.bind(SimpleNamespace(packed_metadata=(64, clusters, shared), **told), arguments)
-    assert launch is not None
+    launch = there(triton_launcher.bind(SimpleNamespace(packed_metadata=(64, clusters, shared), **told), arguments))
     assert type(launch).__module__ == triton_launcher.NAME
     with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: invalid argument$"):
         launch((1, 1, 1), (0,) * arguments.n_values)
