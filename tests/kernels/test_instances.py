@@ -18,7 +18,7 @@ from normforge.selection.table import Entry, RetiledTable
 from ..calling import each_device
 from ..covering import axes_of, covering, modes_of_one_gpu, parametrize
 from ..folders import distinct_tiles
-from ..thorough import first_of_each
+from ..thorough import LONG, first_of_each
 from .compile_cases import parts_of
 from .problems import Problem, mixed_dtypes
 
@@ -30,7 +30,7 @@ LONG_PRIME = 140009
 
 
 def problems(entry: Entry, tile: Tile) -> list[Problem]:
-    """Both edges of the bucket and an odd length between; one row, several, and rows with a stride of their own.
+    """Both edges of the bucket and an odd length between; one uneven row, several, and rows with a stride of their own.
 
     Backward there are more tiles of rows than programs in the interpreter.
     """
@@ -44,9 +44,9 @@ def problems(entry: Entry, tile: Tile) -> list[Problem]:
         lacks = (("weight",), (), ())
         dtypes[1]["dy"], dtypes[2]["dy"] = DType.BF16, DType.FP32
     return [
-        Problem(mode, 1, first, dtypes=dtypes[0], absent=lacks[0]),
+        Problem(mode, 1, first, dtypes=dtypes[0], absent=lacks[0], uneven=True),
         Problem(mode, several, last, dtypes=dtypes[1], absent=lacks[1]),
-        Problem(mode, 5 if mode.is_backward else 3, middle, middle + 7, dtypes[2], lacks[2]),
+        Problem(mode, 5 if mode.is_backward else 3, middle, middle + 7, dtypes[2], lacks[2], True),
     ]
 
 
@@ -123,6 +123,18 @@ CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
 Case = tuple[Mode, Pipeline | Part]
 
 
+def check(case: Case, device: str) -> None:
+    mode, part = case
+    n, tile = CALLS[part]
+    # It takes several rows at a time then, and no table may have it otherwise.
+    if mode.is_backward and part is Pipeline.TWO_PASS:
+        tile = replace(tile, rows=2)
+    entry = dispatch.find(mode, n)
+    problem = Problem(mode, 2 * tile.rows + 1, n, dtypes=mixed_dtypes(mode, len(mode.name)), uneven=True)
+    with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+        problem.check(device)
+
+
 def columns(case: Case) -> tuple[Any, ...]:
     mode, part = case
     return (*axes_of(mode), part)
@@ -140,19 +152,18 @@ def array(strength: int) -> tuple[Case, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the arrays to the test that runs them."""
+    """Give every triple of values to the test that runs them."""
     if "case" in metafunc.fixturenames:
-        parametrize(metafunc, "case", lambda: array(2), lambda: array(3), lambda case: case[0].kernel(case[1]))
+        parametrize(metafunc, "case", tuple, lambda: array(3), lambda case: case[0].kernel(case[1]))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_mode(case: Case, device: str) -> None:
-    mode, part = case
-    n, tile = CALLS[part]
-    # It takes several rows at a time then, and no table may have it otherwise.
-    if mode.is_backward and part is Pipeline.TWO_PASS:
-        tile = replace(tile, rows=2)
-    entry = dispatch.find(mode, n)
-    problem = Problem(mode, 2 * tile.rows + 1, n, dtypes=mixed_dtypes(mode, len(mode.name)))
-    with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
-        problem.check(device)
+    check(case, device)
+
+
+@LONG
+def test_every_pair_of_values() -> None:
+    """In one test, since listing the modes takes longer than running the few that have every pair."""
+    for case in array(2):
+        check(case, "cpu")
